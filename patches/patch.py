@@ -76,7 +76,7 @@ class Patch:
             if found != target.fingerprint:
                 raise PatchRefused(
                     f"patch {self.name} refuses: {target.path} is not that of vLLM {VLLM_VERSION}: {reason}; installed "
-                    f"is {installed_vllm()}. Install vLLM {VLLM_VERSION}, or set {self.switch}=0 to run without this patch."
+                    f"is {installed_vllm()}. Install vLLM {VLLM_VERSION}, or run without this patch: {self.switch}=0."
                 )
 
 
@@ -158,7 +158,7 @@ def _normalised(node: Any) -> str:
     for name, value in ast.iter_fields(node):
         if documented and name == "body" and ast.get_docstring(node, clean=False) is not None:
             value = value[1:]
-        if value is None and not isinstance(node, ast.Constant) or value == [] or name in ("kind", "type_comment"):
+        if name in ("kind", "type_comment") or value == [] or (value is None and not isinstance(node, ast.Constant)):
             continue
         parts.append(f"{name}={_normalised(value)}")
     return f"{type(node).__name__}({','.join(parts)})"

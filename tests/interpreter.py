@@ -1,4 +1,4 @@
-"""Run vLLM's Triton kernels, and ours, on CPU tensors through Triton's interpreter. Call `boot()` before importing vllm.
+"""Run vLLM's Triton kernels, and ours, on CPU tensors in Triton's interpreter. Call `boot()` before importing vllm.
 
 vLLM keeps Triton when its version says "cpu" and Triton lists a "cpu" backend, so one is listed while vLLM decides.
 The interpreter has no body for libdevice's functions; numpy supplies the ones that vLLM's kernels call.

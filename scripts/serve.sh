@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Set up what is missing, then serve: mode `single` on an NVIDIA GPU, else `demo` on the CPU. Arguments and settings are
+# those of `python -m qwen38_3090.serve` (--help lists them).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+stack=()
+if [ "${MODE:-}" = demo ]; then stack=(cpu); fi
+python=$(bash scripts/setup.sh "${stack[@]}")
+exec "$python" -m qwen38_3090.serve "$@"
