@@ -19,6 +19,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 VLLM_VERSION = "0.27.1"
+_ABSENT = object()
 
 
 class PatchRefused(RuntimeError):
@@ -178,7 +179,7 @@ class Rebinding:
         """
         module, _, qualname = path.partition(":")
         active = self._active = self._active or object()
-        replacement: list[Any] = []
+        stock: list[Any] = []
 
         def bind(imported: Any) -> None:
             if self._active is not active:
@@ -187,25 +188,24 @@ class Rebinding:
             owner = imported
             for step in owners:
                 owner = getattr(owner, step)
-            original = inspect.getattr_static(owner, name)
-            replacement.append(make(original))
-            self._set(owner, name, replacement[0])
+            stock.append(inspect.getattr_static(owner, name))
+            stock.append(make(stock[0]))
+            self._set(owner, name, stock[1], vars(owner).get(name, _ABSENT))
 
         def bind_copy(imported: Any) -> None:
-            if self._active is active and getattr(imported, qualname) is not replacement[0]:
-                self._set(imported, qualname, replacement[0])
+            if self._active is active:
+                self._set(imported, qualname, stock[1], stock[0])
 
         register_post_import_hook(bind, module)
         for holder in holders:
             register_post_import_hook(bind_copy, holder)
 
-    def _set(self, owner: Any, name: str, value: Any) -> None:
-        own = name in vars(owner)
-        previous = vars(owner).get(name)
+    def _set(self, owner: Any, name: str, value: Any, previous: Any) -> None:
         setattr(owner, name, value)
         if inspect.getattr_static(owner, name) is not value:
             raise PatchRefused(f"could not rebind {owner.__name__}.{name}")
-        self._undo.append(lambda: setattr(owner, name, previous) if own else delattr(owner, name))
+        undo = (lambda: delattr(owner, name)) if previous is _ABSENT else (lambda: setattr(owner, name, previous))
+        self._undo.append(undo)
 
     def undo(self) -> None:
         """Put back everything, in reverse order; what still waits for an import stays untouched."""

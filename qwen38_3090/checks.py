@@ -99,12 +99,15 @@ def tensor_names(directory: Path) -> set[str]:
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return set(read_json(index)["weight_map"])
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     tensors: set[str] = set()
     for name in weight_files(directory):
-        with safe_open(directory / name, framework="np") as file:
-            tensors |= set(file.keys())
+        try:
+            with safe_open(directory / name, framework="np") as file:
+                tensors |= set(file.keys())
+        except SafetensorError as error:
+            raise SettingError(f"{directory / name} is damaged ({error}). Download the model again.") from None
     return tensors
 
 

@@ -133,11 +133,12 @@ def _announce(parsed: argparse.Namespace) -> None:
     body = {"model": (parsed.served_model_name or [parsed.model])[0]}
     body["messages"] = [{"role": "user", "content": "Who are you?"}]
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if parsed.api_key or os.environ.get("VLLM_API_KEY") else ""
-    print(
+    text = (
         f"\nReady at {url(parsed)}/v1. Try:\n  curl {url(parsed)}/v1/chat/completions{key} "
-        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n",
-        flush=True,
+        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"
     )
+    # Past sys.stdout, to which vLLM adds its prefix: the line is there to be copied.
+    os.write(sys.stdout.fileno(), text.encode())
 
 
 def _run(parsed: argparse.Namespace) -> None:
