@@ -1,4 +1,4 @@
-"""docker/prepare.py, run as the container runs it, against a hub of our own: Hugging Face's client does the downloading."""
+"""docker/prepare.py, run as the container runs it: Hugging Face's own client, against a hub that the tests serve."""
 
 import hashlib
 import json
@@ -200,8 +200,7 @@ def test_your_own_model_is_checked_and_never_downloaded(prepare, hub, tmp_path):
     status, _, errors = prepare(MODEL="models/own")
     assert status == 1
     assert errors == (
-        "prepare: MODEL=models/own lacks model.safetensors.index.json. "
-        f"Only {MODEL} is downloaded by prepare.\n"
+        f"prepare: MODEL=models/own lacks model.safetensors.index.json. Only {MODEL} is downloaded by prepare.\n"
     )
     (own / "model.safetensors").write_bytes(b"")
     assert prepare(MODEL="models/own") == (0, "prepare: models/own is complete\n", "")
@@ -225,5 +224,6 @@ def test_root_becomes_the_owner_of_the_models_directory(tmp_path):
         f"prepare['become_owner'](Path({str(models / 'new' / 'model')!r}));"
         "print(os.getresuid(), os.getresgid(), os.getgroups())"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, extra_groups=[4, 5], capture_output=True, text=True, check=True)
     assert done.stdout == "(12345, 12345, 12345) (23456, 23456, 23456) []\n"
