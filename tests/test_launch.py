@@ -196,5 +196,5 @@ def test_modes_are_complete(name):
 
 
 def test_kv_cache_size_on_the_cpu(resolve):
-    assert resolve(CPU, KV_MEM="2.5").env["VLLM_CPU_KVCACHE_SPACE"] == "2.5"
     assert resolve(CPU).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert resolve(CPU, KV_MEM="2.5").env["VLLM_CPU_KVCACHE_SPACE"] == "2.5"

@@ -142,8 +142,8 @@ def test_every_process_is_patched(server):
     lines = [line for line in server.log.read_text().splitlines() if "qwen38_3090 patches in" in line]
     processes = {line.split("patches in ")[1].split(" (pid")[0] for line in lines}
     assert len(processes) == len(lines) == 3, lines
-    for prefix in ("(APIServer", "(EngineCore", "(Worker"):
-        assert any(line.startswith(prefix) for line in lines), lines
+    for process in ("MainProcess", "EngineCore", "VllmWorker"):
+        assert any(name.startswith(process) for name in processes), lines
     for patch in patches.selected({}, "cpu"):
         assert all(patch.name in line.split("applied: ")[1].split(";")[0] for line in lines)
 
