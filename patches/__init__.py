@@ -25,6 +25,7 @@ REGISTRY: tuple[str, ...] = (
     "draft_noise_salt",
     "cpu_mamba_align",
     "cpu_draftless_step",
+    "cpu_sampled_drafts",
 )
 
 _applied: dict[str, ModuleType] = {}

@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -107,7 +107,7 @@ def require_pinned_vllm() -> None:
 
 
 def fingerprint(path: str) -> str:
-    """Hash of the normalised syntax tree of "module:qualname", read from its file without importing it.
+    """Hash of the normalised syntax tree of "module:qualname", read from its file; imports its parent packages only.
 
     Comments, layout and docstrings do not count. Raises LookupError when module or name does not exist.
     """
@@ -170,6 +170,8 @@ class Rebinding:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self._held: list[tuple[Any, str, Any]] = []
+        self._awaited: list[str] = []
         self._active: object | None = None
 
     def wrap(self, path: str, make: Callable[[Any], Any], holders: Sequence[str] = ()) -> None:
@@ -191,11 +193,14 @@ class Rebinding:
             stock.append(inspect.getattr_static(owner, name))
             stock.append(make(stock[0]))
             self._set(owner, name, stock[1], vars(owner).get(name, _ABSENT))
+            self._awaited.remove(module)
 
         def bind_copy(imported: Any) -> None:
             if self._active is active:
                 self._set(imported, qualname, stock[1], stock[0])
+                self._awaited.remove(imported.__name__)
 
+        self._awaited += [module, *holders]
         register_post_import_hook(bind, module)
         for holder in holders:
             register_post_import_hook(bind_copy, holder)
@@ -206,10 +211,13 @@ class Rebinding:
             raise PatchRefused(f"could not rebind {owner.__name__}.{name}")
         undo = (lambda: delattr(owner, name)) if previous is _ABSENT else (lambda: setattr(owner, name, previous))
         self._undo.append(undo)
+        self._held.append((owner, name, value))
 
     def undo(self) -> None:
         """Put back everything, in reverse order; what still waits for an import stays untouched."""
         self._active = None
+        self._held.clear()
+        self._awaited.clear()
         while self._undo:
             self._undo.pop()()
 
@@ -217,6 +225,32 @@ class Rebinding:
     def bound(self) -> int:
         """How many names are replaced in this process now."""
         return len(self._undo)
+
+    @property
+    def awaited(self) -> list[str]:
+        """Modules in which names will be replaced as soon as they are imported."""
+        return list(dict.fromkeys(self._awaited))
+
+    @property
+    def lost(self) -> list[str]:
+        """Replaced names that hold neither our value any more nor a wrapper of it (`__wrapped__`)."""
+        return [
+            f"{owner.__name__}.{name}"
+            for owner, name, value in self._held
+            if not any(layer is _function(value) for layer in _layers(inspect.getattr_static(owner, name, None)))
+        ]
+
+
+def _layers(value: Any) -> Iterator[Any]:
+    """`value` and what it wraps, outermost first."""
+    while value is not None:
+        yield _function(value)
+        value = getattr(_function(value), "__wrapped__", None)
+
+
+def _function(value: Any) -> Any:
+    """The function in a staticmethod or classmethod; anything else as it is."""
+    return getattr(value, "__func__", value)
 
 
 def is_imported(path: str) -> bool:

@@ -1,11 +1,13 @@
 """vLLM's plugin entry points: they bring this package into every process that vLLM starts."""
 
+from qwen38_3090 import patches
+from qwen38_3090.torchvision_operators import define_missing
+
 
 def register() -> None:
     """`vllm.general_plugins`: apply the patches. Called in the API server, the engine core and each worker."""
-    from qwen38_3090.patches import apply_all
-
-    apply_all()
+    define_missing()
+    patches.apply_all()
 
 
 def early() -> None:
@@ -13,6 +15,4 @@ def early() -> None:
 
     Returning None tells vLLM that this is no platform of its own.
     """
-    from qwen38_3090.torchvision_operators import define_missing
-
     define_missing()

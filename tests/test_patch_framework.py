@@ -214,7 +214,7 @@ def test_apply_all_is_idempotent_and_logs_one_line():
     assert result.returncode == 0, result.stderr
     lines = [line for line in (result.stdout + result.stderr).splitlines() if "qwen38_3090 patches in" in line]
     assert len(lines) == 1 and "off: gdn_accept_bounds" in lines[0]
-    assert "'gdn_accept_bounds': 'off'" in result.stdout and "'uniform_decode_guard': 'applied'" in result.stdout
+    assert "'gdn_accept_bounds': 'off'" in result.stdout and "'align_block_size': 'applied'" in result.stdout
 
 
 def test_a_refusal_stops_the_process_before_anything_is_changed():
