@@ -16,6 +16,7 @@ from dotenv import load_dotenv
 
 from qwen38_3090 import checks, modes, settings
 from qwen38_3090.launch import Launch, Machine, launch
+from qwen38_3090.mtp_ignore import IgnoreModules, forgotten_modules
 from qwen38_3090.patches.patch import PatchRefused, installed_platform, require_pinned_vllm
 from qwen38_3090.settings import SettingError, Settings
 
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.update(plan.env)
         parsed = parse_for_vllm(plan.argv)
         check(parsed, plan)
-    except (SettingError, PatchRefused) as error:
+        complete_ignore_list(parsed, plan)
+    except (SettingError, PatchRefused, TypeError, ValueError) as error:
         sys.exit(_fail(str(error)))
     print(banner(plan, parsed), flush=True)
     threading.Thread(target=_announce, args=(parsed,), daemon=True).start()
@@ -72,6 +74,16 @@ def check(parsed: argparse.Namespace, plan: Launch) -> None:
     checks.check_model(parsed.model, method, mode.download if parsed.model == mode.model else None)
     checks.check_port(parsed.host or "0.0.0.0", parsed.port)
     checks.check_gpu(mode.stack)
+
+
+def complete_ignore_list(parsed: argparse.Namespace, plan: Launch) -> None:
+    """Let vLLM load an MTP module that the checkpoint's quantization_config forgets to exempt."""
+    if (parsed.speculative_config or {}).get("method") != "mtp":
+        return
+    forgotten = forgotten_modules(Path(parsed.model))
+    if forgotten and not callable(parsed.hf_overrides):
+        parsed.hf_overrides = IgnoreModules(forgotten, parsed.hf_overrides)
+        plan.notes.append(f"the MTP module is in bf16, which config.json does not say; {len(forgotten)} names added")
 
 
 def banner(plan: Launch, parsed: argparse.Namespace) -> str:

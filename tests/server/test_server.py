@@ -8,6 +8,8 @@ import openai
 import pytest
 
 from qwen38_3090 import patches
+from tests.server.conftest import start, stop
+from tests.server.w4a16 import write_checkpoint
 
 pytestmark = pytest.mark.server
 
@@ -187,3 +189,15 @@ def test_a_new_request_beside_running_ones(server, plain_server):
             pool.map(lambda i: complete(server, prompts[i], max_tokens=20 + 5 * i).choices[0].text, range(8))
         )
     assert together == alone
+
+
+def test_a_quantized_checkpoint_that_forgets_its_mtp_module(tmp_path):
+    """W4A16 with a bf16 MTP module that it does not exempt, as published: stock can't load it; here it drafts."""
+    write_checkpoint(tmp_path / "model")
+    running = start(tmp_path, MODEL=str(tmp_path / "model"))
+    try:
+        assert "8 names added" in running.log.read_text()
+        complete(running, "Once upon a time", extra_body={"ignore_eos": True})
+        assert running.counter("vllm:spec_decode_num_accepted_tokens_total") > 5
+    finally:
+        stop(running)

@@ -1,0 +1,1 @@
+"""What `verify.sh` runs: checks of environment, patches, weights and a running server, a module a group."""
