@@ -30,7 +30,7 @@ def _names(entry: str, module: str) -> bool:
 class IgnoreModules:
     """An `hf_overrides` for vLLM that lists `modules` as ignored, after the user's own overrides.
 
-    A callable, because only that reaches the drafter's config too; a class, because it is pickled into vLLM's processes.
+    A callable, because only that reaches the drafter's config too; a class, because vLLM's processes unpickle it.
     """
 
     def __init__(self, modules: tuple[str, ...], overrides: dict[str, Any] | None = None) -> None:

@@ -222,11 +222,10 @@ def test_a_refusal_stops_the_process_before_anything_is_changed():
         """
         import dataclasses
         from qwen38_3090 import patches
-        from qwen38_3090.patches.patch import Target
+        from qwen38_3090.patches.patch import AppliesTo, Target
         module = patches.modules()[-1]
         wrong = dataclasses.replace(module.PATCH.targets[0], fingerprint="0" * 16)
-        everywhere = patches.modules()[0].PATCH.applies_to
-        module.PATCH = dataclasses.replace(module.PATCH, targets=(wrong,), applies_to=everywhere)
+        module.PATCH = dataclasses.replace(module.PATCH, targets=(wrong,), applies_to=AppliesTo())
         try:
             from vllm.plugins import load_general_plugins
             load_general_plugins()

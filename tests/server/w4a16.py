@@ -20,7 +20,7 @@ def write_checkpoint(directory: Path) -> None:
     tensors = {}
     for name, weight in load_file(MODEL_DIR / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if ".language_model.layers." in name and module.endswith("_proj") or _is_input(module):
+        if (".language_model.layers." in name and module.endswith("_proj")) or _is_input(module):
             tensors |= _packed(module, weight)
         else:
             tensors[name] = weight
