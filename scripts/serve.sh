@@ -6,4 +6,5 @@ cd "$(dirname "$0")/.."
 stack=()
 if [ "${MODE:-}" = demo ]; then stack=(cpu); fi
 python=$(bash scripts/setup.sh "${stack[@]}")
-exec "$python" -m qwen38_3090.serve "$@"
+# ninja and the compilers that FlashInfer and Triton call are found beside this Python.
+PATH="$(cd "$(dirname "$python")" && pwd):$PATH" exec "$python" -m qwen38_3090.serve "$@"
