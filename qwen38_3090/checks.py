@@ -88,17 +88,17 @@ def check_gpu(stack: str) -> None:
 
 def weight_files(directory: Path) -> list[str]:
     """Names of the checkpoint's safetensors files: those of its index, else those that lie there."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted(set(read_json(index)["weight_map"].values()))
+    places = read_index(directory)
+    if places is not None:
+        return sorted(set(places.values()))
     return sorted(path.name for path in directory.glob("*.safetensors"))
 
 
 def tensor_names(directory: Path) -> set[str]:
     """Names of all tensors in the checkpoint, from its index or its files' headers."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        return set(read_json(index)["weight_map"])
+    places = read_index(directory)
+    if places is not None:
+        return set(places)
     from safetensors import SafetensorError, safe_open
 
     tensors: set[str] = set()
@@ -109,6 +109,17 @@ def tensor_names(directory: Path) -> set[str]:
         except SafetensorError as error:
             raise SettingError(f"{directory / name} is damaged ({error}). Download the model again.") from None
     return tensors
+
+
+def read_index(directory: Path) -> dict[str, str] | None:
+    """Tensor name -> file name from the checkpoint's index, None when it has none. Raises SettingError when damaged."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return None
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+        raise SettingError(f"{index} is damaged (no weight_map). Download the model again.")
+    return places
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -43,6 +43,13 @@ def test_a_sharded_model_passes_and_misses_a_shard(model):
     checks.check_model(str(model), "mtp")
 
 
+@pytest.mark.parametrize("content", ['{"metadata": {}}', '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{"])
+def test_a_damaged_index(model, content):
+    (model / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(SettingError, match=r"index\.json is damaged.*Download"):
+        checks.check_model(str(model), "mtp")
+
+
 def test_no_directory(tmp_path):
     with pytest.raises(SettingError, match=r"no such directory\. Set MODEL .* hf download org/name --local-dir"):
         checks.check_model(str(tmp_path / "absent"), None, "org/name")

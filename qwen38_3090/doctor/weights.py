@@ -63,10 +63,9 @@ def _flat(headers: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _index(directory: Path, headers: dict[str, dict[str, Tensor]]) -> Iterator[Finding]:
     """The index and the files agree on what is where."""
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
+    places = checks.read_index(directory)
+    if places is None:
         return
-    places = checks.read_json(index)["weight_map"]
     missing = [f"{name} in {file}" for name, file in places.items() if name not in headers[file]]
     strays = [f"{name} in {file}" for file, held in headers.items() for name in held if places.get(name) != file]
     if missing:
