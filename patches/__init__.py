@@ -28,6 +28,9 @@ REGISTRY: tuple[str, ...] = (
     "cpu_sampled_drafts",
 )
 
+# Values of a patch's switch that turn it off.
+OFF_VALUES = ("", "0", "off", "false", "no")
+
 _applied: dict[str, ModuleType] = {}
 _refused: dict[str, str] = {}
 
@@ -100,7 +103,7 @@ def report(environ: Mapping[str, str] = os.environ) -> list[State]:
 
 
 def _obstacle(patch: Patch, environ: Mapping[str, str], platform: str) -> str | None:
-    if environ.get(patch.switch, "1") in ("", "0"):
+    if environ.get(patch.switch, "1").strip().lower() in OFF_VALUES:
         return "off"
     if platform not in patch.applies_to.platforms:
         return "not for this platform"

@@ -28,19 +28,22 @@ def check_model(model: str, method: str | None, download: str | None = None) -> 
     for name in ("config.json", "tokenizer.json"):
         if not (directory / name).is_file():
             raise SettingError(f"MODEL={model}: {name} is missing. {remedy}.")
-    architectures = read_json(directory / "config.json").get("architectures", [])
-    if not set(architectures) & set(ARCHITECTURES):
+    architectures = read_json(directory / "config.json").get("architectures")
+    if not isinstance(architectures, list) or not any(name in ARCHITECTURES for name in architectures):
         raise SettingError(
-            f"MODEL={model}: its architecture is {', '.join(architectures) or 'not named'}; this project serves "
+            f"MODEL={model}: config.json names the architectures {architectures}; this project serves "
             f"{', '.join(ARCHITECTURES)} only. Set MODEL to a Qwen3.8 checkpoint."
         )
     files = weight_files(directory)
+    if not files:
+        raise SettingError(f"MODEL={model}: it holds no weights (*.safetensors). {remedy}.")
     missing = [name for name in files if not (directory / name).is_file()]
-    if missing or not files:
-        raise SettingError(f"MODEL={model}: {', '.join(missing) or 'no *.safetensors file'} is missing. {remedy}.")
+    if missing:
+        raise SettingError(f"MODEL={model}: {', '.join(missing)} is missing. {remedy}.")
+    held = {tensor for name in files for tensor in header(directory / name)}
     if method == "mtp":
         check_path_words(model)
-        if not any(tensor.startswith("mtp.") for tensor in tensor_names(directory)):
+        if not any(tensor.startswith("mtp.") for tensor in held):
             raise SettingError(f"MODEL={model}: it holds no MTP module (tensors mtp.*). Set SPEC=off.")
 
 
@@ -99,16 +102,18 @@ def tensor_names(directory: Path) -> set[str]:
     places = read_index(directory)
     if places is not None:
         return set(places)
+    return {tensor for name in weight_files(directory) for tensor in header(directory / name)}
+
+
+def header(file: Path) -> list[str]:
+    """Names of the tensors in a safetensors file. Raises SettingError when it is damaged or cut short."""
     from safetensors import SafetensorError, safe_open
 
-    tensors: set[str] = set()
-    for name in weight_files(directory):
-        try:
-            with safe_open(directory / name, framework="np") as file:
-                tensors |= set(file.keys())
-        except SafetensorError as error:
-            raise SettingError(f"{directory / name} is damaged ({error}). Download the model again.") from None
-    return tensors
+    try:
+        with safe_open(file, framework="np") as opened:
+            return list(opened.keys())
+    except SafetensorError as error:
+        raise SettingError(f"{file} is damaged ({error}). Download the model again.") from None
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

@@ -65,7 +65,7 @@ def launch(
     options["max-model-len"] = _or(settings.max_len, context.max_len)
     options["max-num-seqs"] = _or(settings.max_seqs, mode.defaults.max_seqs)
     env = dict(mode.environment)
-    options |= _memory(settings, mode, machine, env, notes)
+    options |= _memory(settings, mode, machine, notes)
     options |= _kv(settings, mode, context.kv)
     options |= _prefix_cache(settings, mode)
     options |= _speculation(settings, mode, ctx, notes)
@@ -79,16 +79,21 @@ def launch(
         env["VLLM_WSL2_ENABLE_PIN_MEMORY"] = "1"
         notes.append("WSL2: pinned memory enabled")
     if settings.api_key:
-        env["VLLM_API_KEY"] = settings.api_key
+        options["middleware"] = "qwen38_3090.api.RequireKey"
+    notes += _patch_notes(environ, machine.stack)
 
     env = {key: value for key, value in env.items() if key not in environ}
+    if environ.get("VLLM_API_KEY", "") != (settings.api_key or ""):
+        env["VLLM_API_KEY"] = settings.api_key or ""
+    if machine.stack == "cpu" and _or(settings.kv_mem, None):
+        env["VLLM_CPU_KVCACHE_SPACE"] = _whole_gib(settings.kv_mem)
     if "VLLM_PLUGINS" in environ:
         listed = [plugin for plugin in environ["VLLM_PLUGINS"].split(",") if plugin]
         env["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*listed, *PLUGINS]))
     return Launch(
         mode=name,
         context=ctx,
-        argv=[*_command_line(options), *shlex.split(settings.extra_args), *vllm_arguments],
+        argv=[*_command_line(options), *_extra(settings.extra_args), *vllm_arguments],
         env=env,
         patches=[patch.name for patch in patches.selected(environ, machine.stack)],
         notes=notes,
@@ -101,6 +106,13 @@ def _refuse_what_comes_later(settings: Settings, mode: Mode) -> None:
             raise SettingError(sentence)
 
 
+def _extra(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingError(f"EXTRA_ARGS={text}: {error}. Quote it as on a command line.") from None
+
+
 def _or(value: Any, default: Any) -> Any:
     """A setting's value: the mode's when unset, None (leave it to vLLM) when off."""
     if value is None:
@@ -108,11 +120,25 @@ def _or(value: Any, default: Any) -> Any:
     return None if value == OFF else value
 
 
-def _memory(settings: Settings, mode: Mode, machine: Machine, env: dict[str, str], notes: list[str]) -> dict[str, Any]:
+def _whole_gib(gib: float) -> str:
+    if gib != int(gib):
+        raise SettingError(f"KV_MEM={gib:g}: on the CPU it must be whole GiB; set KV_MEM={int(gib) + 1}.")
+    return str(int(gib))
+
+
+def _patch_notes(environ: Mapping[str, str], stack: str) -> list[str]:
+    """What the user did with the patches' switches; a misspelt one would do nothing in silence."""
+    known = [module.PATCH for module in patches.modules()]
+    unknown = sorted({name for name in environ if name.startswith("PATCH_")} - {patch.switch for patch in known})
+    here = {patch.name for patch in known if stack in patch.applies_to.platforms}
+    off = sorted(here - {patch.name for patch in patches.selected(environ, stack)})
+    notes = [f"{name} is no patch's switch and has no effect" for name in unknown]
+    return notes + ([f"patches off, so vLLM's own faults are back: {', '.join(off)}"] if off else [])
+
+
+def _memory(settings: Settings, mode: Mode, machine: Machine, notes: list[str]) -> dict[str, Any]:
     kv_gib = _or(settings.kv_mem, None)
     if machine.stack == "cpu":
-        if kv_gib:
-            env["VLLM_CPU_KVCACHE_SPACE"] = f"{kv_gib:g}"
         return {}
     default = mode.defaults.gpu_util
     if machine.wsl2 and settings.gpu_util is None and kv_gib is None:

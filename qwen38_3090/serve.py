@@ -15,6 +15,7 @@ from pathlib import Path
 from dotenv import load_dotenv
 
 from qwen38_3090 import checks, modes, settings
+from qwen38_3090.api import KEYS_VARIABLE
 from qwen38_3090.launch import Launch, Machine, launch
 from qwen38_3090.mtp_ignore import IgnoreModules, forgotten_modules
 from qwen38_3090.patches.patch import PatchRefused, installed_platform, require_pinned_vllm
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parsed = parse_for_vllm(plan.argv)
         check(parsed, plan)
         complete_ignore_list(parsed, plan)
+        os.environ[KEYS_VARIABLE] = "\n".join(parsed.api_key or [os.environ.get("VLLM_API_KEY", "")])
     except (SettingError, PatchRefused, TypeError, ValueError) as error:
         sys.exit(_fail(str(error)))
     print(banner(plan, parsed), flush=True)
@@ -42,7 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def resolve(vllm_arguments: Sequence[str] = ()) -> Launch:
     """The launch for this environment, `.env` and machine. Raises SettingError or PatchRefused."""
-    load_dotenv(Path(".env"))
+    try:
+        load_dotenv(Path(".env"))
+    except ValueError as error:
+        raise SettingError(
+            f"{Path('.env').absolute()} can't be read ({error}): write UTF-8 lines NAME=value."
+        ) from None
     require_pinned_vllm()
     return launch(Settings.read(), machine(), os.environ, vllm_arguments)
 
@@ -92,10 +99,9 @@ def banner(plan: Launch, parsed: argparse.Namespace) -> str:
     drafts = f"{speculation['method']}, {speculation['num_speculative_tokens']} drafts" if speculation else "off"
     context = parsed.max_model_len or "the model's own"
     requests = parsed.max_num_seqs or "any number of"
-    if parsed.api_key or os.environ.get("VLLM_API_KEY"):
-        access = "with your API key"
-    else:
-        access = "127.0.0.1 only, no API key" if parsed.host == "127.0.0.1" else "no API key"
+    key = "with your API key" if parsed.api_key or os.environ.get("VLLM_API_KEY") else "no API key"
+    where = "127.0.0.1 only" if parsed.host == "127.0.0.1" else f"listening on {parsed.host or 'every address'}"
+    access = f"{where}, {key}"
     rows = {
         "mode": f"{plan.mode}: {modes.load(plan.mode).summary}",
         "model": parsed.model,

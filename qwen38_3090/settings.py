@@ -34,6 +34,11 @@ def _not_empty(value: Any) -> Any:
     return value
 
 
+def _key(value: str) -> str:
+    value = value.strip()
+    return "" if value.lower() == OFF else value
+
+
 Switch = Annotated[bool | None, BeforeValidator(_empty_is_false)]
 Required = BeforeValidator(_not_empty)
 CanBeOff = BeforeValidator(_empty_is_off)
@@ -56,16 +61,20 @@ class Settings(BaseSettings):
         shown="single with vLLM's CUDA build, demo with its CPU build",
     )
     model: Annotated[str | None, Required] = _setting(
-        "MODEL", "Directory of the model's weights, config and tokenizer.", shown="the mode's, below models/"
+        "MODEL",
+        "Directory of the model's weights, config and tokenizer.",
+        shown="the mode's: below models/, or the demo model",
     )
     spec: Annotated[Literal["off", "mtp", "dflash2"] | None, CanBeOff] = _setting(
         "SPEC", "Speculation: off, mtp (the model's own draft module) or dflash2 (a block drafter).", shown="mode"
     )
     ctx: Annotated[Literal["fast", "long", "huge"] | None, Required] = _setting(
-        "CTX", "Context: fast (64k), long (150k) or huge (262k); each sets length, KV type and drafts.", shown="fast"
+        "CTX",
+        "Context: fast (64k), long (150k) or huge (262k; demo: 8k, 32k); sets length, KV type and drafts.",
+        shown="fast; batch: long",
     )
     draft: Annotated[str | None, CanBeOff] = _setting(
-        "DRAFT", "Directory of the DFlash2 drafter (SPEC=dflash2).", shown="the mode's, below models/"
+        "DRAFT", "Directory of the DFlash2 drafter (SPEC=dflash2).", shown="none"
     )
     draft_tokens: Annotated[Annotated[int, Field(ge=1, le=20)] | None, Required] = _setting(
         "DRAFT_TOKENS", "Tokens that MTP drafts a step, 1 to 20; SPEC=off drafts none.", shown="mode and context"
@@ -93,14 +102,14 @@ class Settings(BaseSettings):
     gpu_util: Annotated[Annotated[float, Field(gt=0, le=1)] | Off | None, CanBeOff] = _setting(
         "GPU_UTIL", "Share of the card's memory to use, 0 to 1; off leaves it to vLLM.", shown="mode"
     )
-    kv_mem: Annotated[Annotated[float, Field(gt=0)] | Off | None, CanBeOff] = _setting(
-        "KV_MEM", "GiB of KV cache a card, instead of what GPU_UTIL leaves; off is unset.", shown="off"
+    kv_mem: Annotated[Annotated[float, Field(gt=0, allow_inf_nan=False)] | Off | None, CanBeOff] = _setting(
+        "KV_MEM", "GiB of KV cache a card, instead of what GPU_UTIL leaves; on the CPU whole GiB.", shown="off; demo: 1"
     )
     listen: Annotated[str | None, Required] = _setting(
         "LISTEN", "Address to listen on.", shown="127.0.0.1 without an API key, 0.0.0.0 with one"
     )
     port: Annotated[Annotated[int, Field(ge=1, le=65535)], Required] = _setting("PORT", "Port to listen on.", 18020)
-    api_key: Annotated[str | None, AfterValidator(str.strip)] = _setting(
+    api_key: Annotated[str | None, AfterValidator(_key)] = _setting(
         "VLLM_API_KEY", "Key that clients must send; off accepts every request.", shown="off"
     )
     tools: Switch = _setting("TOOLS", "Parse tool calls from the answers.", shown="1")

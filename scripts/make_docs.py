@@ -21,8 +21,10 @@ def settings_page() -> str:
         [
             "# Settings",
             "",
-            "Environment variables, also read from a file `.env` in the working directory (the environment wins). "
-            "Unset takes the default; an empty value means off. Every option not listed here goes to vLLM unchanged: "
+            "Environment variables, also read from a file `.env` in the working directory, which is the checkout with "
+            "`scripts/serve.sh` and `verify.sh` (the environment wins). "
+            "Unset takes the default; an empty value means off, or is refused where off makes no sense. Every option "
+            "not listed here goes to vLLM unchanged: "
             "`python -m qwen38_3090.serve --max-num-seqs 4`, or in `EXTRA_ARGS`.",
             "",
             "| name | values | default | meaning |",

@@ -4,7 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stack=()
-if [ "${MODE:-}" = demo ]; then stack=(cpu); fi
+mode=${MODE-$(sed -n 's/^\(export \)\{0,1\}MODE=["'"'"']\{0,1\}\([a-z]*\).*/\2/p' .env 2>/dev/null | tail -n 1)}
+if [ "$mode" = demo ]; then stack=(cpu); fi
 python=$(bash scripts/setup.sh "${stack[@]}")
 # ninja and the compilers that FlashInfer and Triton call are found beside this Python.
 PATH="$(cd "$(dirname "$python")" && pwd):$PATH" exec "$python" -m qwen38_3090.serve "$@"

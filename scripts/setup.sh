@@ -30,6 +30,10 @@ if [ "$have" = "$stamp" ] || [ "$have" = "$stack,test $pinned $PWD" ]; then
 fi
 
 python=${PYTHON:-}
+if [ -n "$python" ] && ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
+  echo "setup.sh: PYTHON=$python is not a Python 3.10 to 3.13" >&2
+  exit 1
+fi
 for candidate in python3.12 python3.11 python3.13 python3.10 python3; do
   if [ -z "$python" ] && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
     python=$candidate
@@ -40,15 +44,25 @@ if [ -z "$python" ]; then
   exit 1
 fi
 
+# One set-up at a time: a second one waits, and then finds the work done.
+exec 9>".setup.lock"
+flock 9
+have=$(cat "$venv/installed" 2>/dev/null || true)
+if [ "$have" = "$stamp" ]; then
+  echo "$venv/bin/python"
+  exit
+fi
+
 say() { echo "setup: $*" >&2; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" >&2; }
 install() { pip install --quiet --progress-bar off -c constraints.txt "$@"; }
 
-if [ ! -x "$venv/bin/python" ]; then
+# A set-up that was stopped early leaves an environment without pip: it is made anew.
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
   say "making $venv with $("$python" --version)"
-  "$python" -m venv "$venv" >&2 || {
+  "$python" -m venv --clear "$venv" >&2 || {
     rm -rf "$venv"
-    say "python's venv module does not work. Debian or Ubuntu: apt-get install python3-venv"
+    say "$python's venv module does not work. Debian or Ubuntu: apt-get install python3-venv"
     exit 1
   }
 fi

@@ -55,7 +55,20 @@ def test_no_directory(tmp_path):
         checks.check_model(str(tmp_path / "absent"), None, "org/name")
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_no_weights(model):
+    (model / "model.safetensors").unlink()
+    with pytest.raises(SettingError, match="holds no weights"):
+        checks.check_model(str(model), None)
+
+
+@pytest.mark.parametrize("names", [None, "Qwen3_5ForConditionalGeneration", [3], {}])
+def test_architectures_of_another_type(model, names):
+    (model / "config.json").write_text(json.dumps({"architectures": names}))
+    with pytest.raises(SettingError, match="names the architectures"):
+        checks.check_model(str(model), None)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
 def test_a_missing_file_is_named(model, name):
     (model / name).unlink()
     with pytest.raises(SettingError, match=rf"MODEL=.*{name.replace('model.', '.*')}.* is missing"):
@@ -71,7 +84,7 @@ def test_a_damaged_config(model, content):
 
 def test_another_architecture(model):
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(SettingError, match="its architecture is LlamaForCausalLM"):
+    with pytest.raises(SettingError, match=r"names the architectures .*LlamaForCausalLM"):
         checks.check_model(str(model), None)
 
 
@@ -93,8 +106,9 @@ def test_no_mtp_module(model):
 
 def test_a_damaged_weight_file(model):
     (model / "model.safetensors").write_bytes(b"\x00" * 4)
-    with pytest.raises(SettingError, match=r"model\.safetensors is damaged.*Download"):
-        checks.check_model(str(model), "mtp")
+    for method in ("mtp", None):
+        with pytest.raises(SettingError, match=r"model\.safetensors is damaged.*Download"):
+            checks.check_model(str(model), method)
 
 
 def test_port_in_use():

@@ -197,4 +197,31 @@ def test_modes_are_complete(name):
 
 def test_kv_cache_size_on_the_cpu(resolve):
     assert resolve(CPU).env["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert resolve(CPU, KV_MEM="2.5").env["VLLM_CPU_KVCACHE_SPACE"] == "2.5"
+    assert resolve(CPU, KV_MEM="2").env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert resolve(CPU, {"VLLM_CPU_KVCACHE_SPACE": "7"}, KV_MEM="2").env["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    with pytest.raises(SettingError, match=r"KV_MEM=2\.5: on the CPU it must be whole GiB; set KV_MEM=3"):
+        resolve(CPU, KV_MEM="2.5")
+
+
+@pytest.mark.parametrize(("raw", "key"), [("off", ""), ("   ", ""), (" abc ", "abc"), ("", "")])
+def test_vllm_sees_the_key_that_the_setting_means(resolve, raw, key):
+    plan = resolve(environ={"VLLM_API_KEY": raw}, VLLM_API_KEY=raw)
+    assert plan.env.get("VLLM_API_KEY", raw) == key
+    assert value(plan, "host") == ("0.0.0.0" if key else "127.0.0.1")
+    assert value(plan, "middleware") == ("qwen38_3090.api.RequireKey" if key else None)
+
+
+def test_extra_args_with_an_open_quote(resolve):
+    with pytest.raises(SettingError, match="EXTRA_ARGS=--a 'b: No closing quotation"):
+        resolve(EXTRA_ARGS="--a 'b")
+
+
+@pytest.mark.parametrize("off", ["0", "", "off", "No", "false"])
+def test_patches_that_are_off_are_said(resolve, off):
+    plan = resolve(environ={"PATCH_GDN_ACCEPT_BOUNDS": off})
+    assert any(note.startswith("patches off") and "gdn_accept_bounds" in note for note in plan.notes)
+    assert "gdn_accept_bounds" not in plan.patches
+
+
+def test_a_misspelt_switch_is_said(resolve):
+    assert any("PATCH_GDN_ACEPT_BOUNDS" in note for note in resolve(environ={"PATCH_GDN_ACEPT_BOUNDS": "0"}).notes)

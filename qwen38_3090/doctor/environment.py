@@ -17,7 +17,7 @@ from qwen38_3090.patches.patch import PatchRefused, installed_platform, installe
 from qwen38_3090.settings import SettingError
 
 _found = partial(Finding, "environment")
-_SETUP = "Run `bash scripts/setup.sh`."
+_SETUP = "Make the environment anew: `rm -rf .venv && bash scripts/setup.sh`."
 
 GROUPS = dict(zip(PLUGINS, ("vllm.general_plugins", "vllm.platform_plugins"), strict=True))
 # A 24 GB card shows 22 GiB (with ECC) to 24 GiB.

@@ -12,7 +12,7 @@ from qwen38_3090.patches.patch import PatchRefused, Rebinding
 
 _found = partial(Finding, "patches")
 
-_REINSTALL = "Reinstall: `bash scripts/setup.sh`."
+_REINSTALL = "Make the environment anew: `rm -rf .venv && bash scripts/setup.sh`."
 
 # What importing a module of vLLM's CUDA build may raise where there is no GPU or no driver.
 _IMPORT_ERRORS = (ImportError, OSError, RuntimeError, AttributeError)
@@ -44,7 +44,7 @@ def _one(module: ModuleType, state: patches.State, importable: bool) -> Finding:
     try:
         patch.verify()
     except PatchRefused as refusal:
-        remedy = f"Reinstall vLLM 0.27.1: `bash scripts/setup.sh`; or run without this patch: {patch.switch}=0."
+        remedy = f"{_REINSTALL} Or run without this patch: {patch.switch}=0."
         return _found(patch.name, FAIL, str(refusal).partition("; ")[0], remedy)
     if state.state != "applied":
         return _found(patch.name, SKIP, "its targets fit, but nothing is applied while another patch refuses")

@@ -14,6 +14,8 @@ import httpx
 import openai
 import pytest
 
+from qwen38_3090.settings import names
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240
 
@@ -48,8 +50,9 @@ def free_port() -> int:
 
 def clean_environment(**settings: str) -> dict[str, str]:
     """The test process's environment without what tests set for themselves, plus `settings`."""
-    unwanted = ("VLLM_PLUGINS", "TRITON_INTERPRET", "VLLM_LOGGING_LEVEL")
-    return {key: value for key, value in os.environ.items() if key not in unwanted} | settings
+    unwanted = {"VLLM_PLUGINS", "TRITON_INTERPRET", "VLLM_LOGGING_LEVEL", *names()}
+    kept = {key: value for key, value in os.environ.items() if key not in unwanted and not key.startswith("PATCH_")}
+    return kept | settings
 
 
 def start(directory: Path, *arguments: str, **settings: str) -> Server:

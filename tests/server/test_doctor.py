@@ -462,3 +462,10 @@ def test_verify_takes_the_python_that_serves(tmp_path, present, settings, chosen
         ["bash", str(tmp_path / "verify.sh"), "--json", "a b"], env=environ, cwd="/", capture_output=True, text=True
     )
     assert result.stdout == f"{chosen} {tmp_path} -m qwen38_3090.doctor --json a b\n"
+
+
+def test_verify_before_set_up(tmp_path):
+    shutil.copy(ROOT / "verify.sh", tmp_path)
+    environ = {name: value for name, value in os.environ.items() if name not in ("MODE", "VENV")} | {"PYTHON": "false"}
+    result = subprocess.run(["bash", str(tmp_path / "verify.sh")], env=environ, capture_output=True, text=True)
+    assert result.returncode == 1 and "bash scripts/setup.sh" in result.stderr

@@ -175,7 +175,8 @@ def test_prompt_longer_than_the_context(plain_server):
 def test_key_refused_and_accepted(plain_server):
     with pytest.raises(openai.AuthenticationError):
         complete(plain_server, "x", "wrong")
-    assert httpx.get(f"{plain_server.base_url}/v1/models").status_code == 401
+    for path in ("/v1/models", "/invocations", "/tokenize", "/metrics", "/openapi.json", "/scale_elastic_ep"):
+        assert httpx.get(plain_server.base_url + path).status_code == 401, path
     assert complete(plain_server, "x", KEY).choices[0].text
     assert KEY not in plain_server.log.read_text()
 
