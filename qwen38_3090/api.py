@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 KEYS_VARIABLE = "QWEN38_3090_API_KEYS"
-OPEN_PATHS = ("/health", "/ping")
+OPEN_PATHS = ("/health", "/ping", "/version")
 
 
 class RequireKey:
-    """Refuse every HTTP and WebSocket request without one of the API keys, but for health checks.
+    """Refuse every HTTP and WebSocket request without one of the API keys, but for health checks and the version.
 
     vLLM asks for the key below /v1, /v2, /inference and /cohere only; /invocations answers chats, and
     /scale_elastic_ep changes the engine. The keys, one a line, are in KEYS_VARIABLE, which `serve` sets.

@@ -44,7 +44,7 @@ def test_websockets_are_closed():
     assert ask("/v1/realtime", b"Bearer first", kind="websocket") == "passed"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/version"])
 def test_health_checks_are_open(path):
     assert ask(path) == "passed"
 
