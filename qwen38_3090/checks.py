@@ -36,7 +36,7 @@ def check_model(model: str, method: str | None, download: str | None = None) -> 
         )
     files = weight_files(directory)
     if not files:
-        raise SettingError(f"MODEL={model}: it holds no weights (*.safetensors). {remedy}.")
+        raise SettingError(f"MODEL={model}: *.safetensors is missing: it holds no weights. {remedy}.")
     missing = [name for name in files if not (directory / name).is_file()]
     if missing:
         raise SettingError(f"MODEL={model}: {', '.join(missing)} is missing. {remedy}.")
