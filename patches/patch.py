@@ -9,7 +9,6 @@ import ast
 import hashlib
 import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -251,8 +250,3 @@ def _layers(value: Any) -> Iterator[Any]:
 def _function(value: Any) -> Any:
     """The function in a staticmethod or classmethod; anything else as it is."""
     return getattr(value, "__func__", value)
-
-
-def is_imported(path: str) -> bool:
-    """Whether the module of "module:qualname" is loaded in this process."""
-    return path.partition(":")[0] in sys.modules

@@ -105,13 +105,14 @@ def tensor_names(directory: Path) -> set[str]:
     return {tensor for name in weight_files(directory) for tensor in header(directory / name)}
 
 
-def header(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file. Raises SettingError when it is damaged or cut short."""
+def header(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Tensor name -> (shape, dtype as safetensors writes it) of a file. Raises SettingError when it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="np") as opened:
-            return list(opened.keys())
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+            return {name: (tuple(it.get_shape()), it.get_dtype()) for name, it in slices.items()}
     except SafetensorError as error:
         raise SettingError(f"{file} is damaged ({error}). Download the model again.") from None
 

@@ -20,11 +20,14 @@ def forgotten_modules(directory: Path) -> tuple[str, ...]:
     listed = quantization.get("ignore") or ()
     modules = {name.removesuffix(".weight") for name in tensor_names(directory) if name.endswith(".weight")}
     matrices = {name for name in modules if name.startswith("mtp.") and name.endswith(("_proj", ".fc"))}
-    return tuple(sorted(name for name in matrices if not any(_names(entry, name) for entry in listed)))
+    return tuple(sorted(name for name in matrices if not any(names_module(entry, name) for entry in listed)))
 
 
-def _names(entry: str, module: str) -> bool:
-    return re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module
+def names_module(target: str, module: str) -> bool:
+    """Whether a target of quantization_config names the module. Patterns are for vLLM's names, paths for the file's."""
+    if target.startswith("re:"):
+        return re.match(target[3:], re.sub(r"^model\.language_model\.", "language_model.model.", module)) is not None
+    return target == module
 
 
 class IgnoreModules:

@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parsed = parse_for_vllm(plan.argv)
         check(parsed, plan)
         complete_ignore_list(parsed, plan)
-        os.environ[KEYS_VARIABLE] = "\n".join(parsed.api_key or [os.environ.get("VLLM_API_KEY", "")])
-    except (SettingError, PatchRefused, TypeError, ValueError) as error:
+        os.environ[KEYS_VARIABLE] = "\n".join(api_keys(parsed))
+    except (SettingError, PatchRefused) as error:
         sys.exit(_fail(str(error)))
     print(banner(plan, parsed), flush=True)
     threading.Thread(target=_announce, args=(parsed,), daemon=True).start()
@@ -62,16 +62,27 @@ def machine() -> Machine:
 
 
 def parse_for_vllm(argv: Sequence[str]) -> argparse.Namespace:
-    """vLLM's own reading of its command line; with the patches applied, as its parser loads the plugins."""
+    """vLLM's own reading of its command line; with the patches applied, as its parser loads the plugins.
+
+    Raises SettingError for options that vLLM refuses together, SystemExit (argparse's) for those it does not know.
+    """
     from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="python -m qwen38_3090.serve"))
-    parsed = parser.parse_args(list(argv))
+    try:
+        parsed = parser.parse_args(list(argv))
+        validate_parsed_serve_args(parsed)
+    except (TypeError, ValueError) as error:
+        raise SettingError(str(error)) from None
     if parsed.model_tag is not None:
         parsed.model = parsed.model_tag
-    validate_parsed_serve_args(parsed)
     return parsed
+
+
+def api_keys(parsed: argparse.Namespace) -> list[str]:
+    """The keys that the server asks for; none when it asks for none."""
+    return [key for key in parsed.api_key or [os.environ.get("VLLM_API_KEY")] if key]
 
 
 def check(parsed: argparse.Namespace, plan: Launch) -> None:
@@ -99,7 +110,7 @@ def banner(plan: Launch, parsed: argparse.Namespace) -> str:
     drafts = f"{speculation['method']}, {speculation['num_speculative_tokens']} drafts" if speculation else "off"
     context = parsed.max_model_len or "the model's own"
     requests = parsed.max_num_seqs or "any number of"
-    key = "with your API key" if parsed.api_key or os.environ.get("VLLM_API_KEY") else "no API key"
+    key = "with your API key" if api_keys(parsed) else "no API key"
     where = "127.0.0.1 only" if parsed.host == "127.0.0.1" else f"listening on {parsed.host or 'every address'}"
     access = f"{where}, {key}"
     rows = {
@@ -150,7 +161,7 @@ def _announce(parsed: argparse.Namespace) -> None:
             time.sleep(0.5)
     body = {"model": (parsed.served_model_name or [parsed.model])[0]}
     body["messages"] = [{"role": "user", "content": "Who are you?"}]
-    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if parsed.api_key or os.environ.get("VLLM_API_KEY") else ""
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if api_keys(parsed) else ""
     text = (
         f"\nReady at {url(parsed)}/v1. Try:\n  curl {url(parsed)}/v1/chat/completions{key} "
         f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}\n\n"

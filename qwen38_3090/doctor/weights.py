@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from safetensors import SafetensorError, safe_open
 
 from qwen38_3090 import checks
 from qwen38_3090.doctor import tensors
@@ -31,9 +30,8 @@ def check(parsed: Namespace, mode: Mode) -> Iterator[Finding]:
     method = (parsed.speculative_config or {}).get("method")
     directory = Path(parsed.model)
     try:
-        checks.check_model(parsed.model, None, mode.download if parsed.model == mode.model else None)
+        checks.check_model(parsed.model, method, mode.download if parsed.model == mode.model else None)
         headers = read_headers(directory)
-        checks.check_model(parsed.model, method)
     except SettingError as error:
         yield _found("files", FAIL, *split_remedy(str(error)))
         return
@@ -46,15 +44,10 @@ def check(parsed: Namespace, mode: Mode) -> Iterator[Finding]:
 
 def read_headers(directory: Path) -> dict[str, dict[str, Tensor]]:
     """File name -> tensor name -> shape and dtype, for all weight files. Raises SettingError for a damaged file."""
-    headers = {}
-    for name in checks.weight_files(directory):
-        try:
-            with safe_open(directory / name, framework="np") as file:
-                slices = {tensor: file.get_slice(tensor) for tensor in file.keys()}  # noqa: SIM118 (not a mapping)
-                headers[name] = {key: Tensor(tuple(it.get_shape()), (it.get_dtype(),)) for key, it in slices.items()}
-        except SafetensorError as error:
-            raise SettingError(f"{directory / name} is damaged ({error}). {_AGAIN}") from None
-    return headers
+    return {
+        file: {name: Tensor(shape, (dtype,)) for name, (shape, dtype) in checks.header(directory / file).items()}
+        for file in checks.weight_files(directory)
+    }
 
 
 def _flat(headers: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
