@@ -4,7 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 stack=()
-mode=${MODE-$(sed -n 's/^\(export \)\{0,1\}MODE=["'"'"']\{0,1\}\([a-z]*\).*/\2/p' .env 2>/dev/null | tail -n 1)}
+mode=${MODE-}
+if [ -z "${MODE+set}" ] && [ -f .env ]; then
+  mode=$(sed -n 's/^\(export \)\{0,1\}MODE=["'"'"']\{0,1\}\([a-z]*\).*/\2/p' .env | tail -n 1)
+fi
 if [ "$mode" = demo ]; then stack=(cpu); fi
 python=$(bash scripts/setup.sh "${stack[@]}")
 # ninja and the compilers that FlashInfer and Triton call are found beside this Python.
